@@ -2,10 +2,12 @@
 
 import contextlib
 import copy
+import errno
 import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -172,7 +174,7 @@ def test_any_number_of_processes_resumes_what_any_number_saved(tmp_path, capfd):
         assert_equal(saved, state_of(*parts[:2]), tolerance=1e-12)
 
 
-# ---- pipelines and buffers ----------------------------------------------------------------------------------------
+# ---- pipelines, buffers and frozen parameters ---------------------------------------------------------------------
 
 
 class Stage(nn.Module):
@@ -226,6 +228,23 @@ def test_rank_0s_buffers_are_saved_and_restored():
     assert seen == 10
     seen.fill_(0)
     assert (checkpoint_sharded.load("runs", model, optimizer), seen) == (1, 10)
+
+
+@on_processes(2)
+def test_frozen_parameters_may_be_left_out():
+    model = Net()
+    for param in [model.first.weight, *model.layers[0].parameters()]:
+        param.requires_grad_(False)
+    model.layers[0] = torch.compile(model.layers[0], backend="eager")
+    model = dist.prepare_fsdp_model(model)
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad])
+    checkpoint_sharded.save("runs", model, optimizer, 1, frozen=False)
+    weights = {name for name in checkpoint_sharded._read_index("runs/step-1") if name.startswith("model.")}
+    trained = {"model.layers.1.weight", "model.layers.1.bias", "model.late"}
+    assert weights == trained | {"model.seen"}, "neither name of the tied weight"
+    nn.init.zeros_(model.late)
+    assert checkpoint_sharded.load("runs", model, optimizer, frozen=False) == 1
+    assert whole(model.late).eq(1).all()
 
 
 # ---- what cannot be loaded or saved -------------------------------------------------------------------------------
@@ -327,6 +346,15 @@ def test_what_ranks_must_share_is_compared_and_further_values_come_back():
     assert loaded[0] == 1 and loaded[2] == 3 and loaded[1]["loss"] == 0.5
     for name, weight in weights.items():
         assert torch.equal(whole(loaded[1]["weights"][name]), whole(weight))
+    agreed_message(checkpoint_sharded.save, "more", *parts, 1, best=rank)
+    assert checkpoint_sharded.load("more", *parts, settings={"--clip": nan}, **more)[0] == 1, "it is still there"
+
+
+def test_a_folder_in_which_no_save_would_work(tmp_path):
+    with mock.patch("pathlib.Path.rename", side_effect=OSError(errno.ENOSYS, "not implemented")):
+        line = exit_message(checkpoint_sharded.check_folder, "--checkpoint-dir", tmp_path)
+    assert line.startswith(f"--checkpoint-dir: cannot write to {tmp_path}: ") and "not implemented" in line
+    assert os.listdir(tmp_path) == [], "the try leaves nothing"
 
 
 # ---- which checkpoints there are ----------------------------------------------------------------------------------

@@ -131,8 +131,8 @@ def test_a_resumed_run_ends_bit_for_bit_as_an_uninterrupted_one(case, long, shor
 def read(path):
     """A snapshot, or the newest of a folder of sharded checkpoints."""
     if path.is_file():
-        return torch.load(path, weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True)
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     dcp_to_torch_save(path / "step-8", path / "whole.pt")
-    return torch.load(path / "whole.pt", weights_only=True)
+    return torch.load(path / "whole.pt", map_location="cpu", weights_only=True)

@@ -126,7 +126,8 @@ def test_the_trainjob_starts_the_script_and_mounts_where_it_saves(typed, monkeyp
     (patch,) = TRAINJOB["spec"]["runtimePatches"]
     (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     pod = job["template"]["spec"]["template"]["spec"]
-    mounts = {mount["mountPath"] for container in pod["containers"] for mount in container["volumeMounts"]}
-    assert mounts == {"/snapshots", "/dev/shm"}
+    mounts = {mount["mountPath"]: mount["name"] for each in pod["containers"] for mount in each["volumeMounts"]}
+    (shared_memory,) = [volume["name"] for volume in pod["volumes"] if "emptyDir" in volume]
+    assert mounts == {"/snapshots": "snapshots", "/dev/shm": shared_memory}
     environment = {variable["name"]: variable["value"] for variable in trainer["env"]}
     assert 60 < int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]

@@ -15,10 +15,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as torch_dist
-from conftest import ROOT, exit_message, wait_until
+from conftest import ROOT, exit_message, run_under_launcher, wait_until
 from torch import nn
 from torch.multiprocessing import ProcessExitedException
 
+import checkpoint
 import distributed as dist
 import watch
 
@@ -77,6 +78,12 @@ def idle_steps(rank, log):
             torch_dist.barrier(group)
 
 
+def script_that_hangs(rank, log):
+    if rank == 1:
+        checkpoint.load = lambda *args, **kwargs: threading.Event().wait()
+    run_under_launcher(rank, 2, ROOT / "multigpu_torchrun.py", 1, 1, "--snapshot-path", log.with_name("snapshot.pt"))
+
+
 def watching_threads():
     return [thread for thread in threading.enumerate() if thread.name.endswith("(_watch)")]
 
@@ -97,10 +104,11 @@ def main_worker(local_rank, world_size, case, log, ends):
     sys.stderr = open(log, "a", buffering=1)  # noqa: SIM115 - open until the process ends
     if not ends and local_rank == 0:
         threading.Thread(target=end_when_told, args=(log,), daemon=True).start()
-    dist.init_process_group()
-    store = torch_dist.distributed_c10d._get_default_store()
-    store.set(f"watch place {local_rank}", "1 in the processes before a restart")
-    watch.start()
+    if case is not script_that_hangs:  # it starts it itself
+        dist.init_process_group()
+        store = torch_dist.distributed_c10d._get_default_store()
+        store.set(f"watch place {local_rank}", "1 in the processes before a restart")
+        watch.start()
     case(local_rank, log)
 
 
@@ -213,6 +221,13 @@ def test_generated_code_is_no_place(module):
     )
     place = generated["call"](watch._place_of, threading.current_thread())
     assert "generated[" in watch._describe(place[1:])  # place[0] is in watch.py
+
+
+def test_a_script_that_hangs_says_where(job):
+    (line,) = job(script_that_hangs, ends=False)
+    assert re.fullmatch(
+        r"rank 0 in multigpu_torchrun\.py:\d+ .*checkpoint\.load\(.* \| rank 1 in test_watch\.py.*", line
+    )
 
 
 @pytest.mark.parametrize("script", ["llm_FSDP", "mnist_DDP", "mnist_FSDP", "multigpu_torchrun", "multinode_torchrun"])
