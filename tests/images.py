@@ -212,14 +212,16 @@ OPTIONS = {
     "multinode_torchrun": {**DEFAULTS, "snapshot_path": "snapshot.pt", "global_batch_size": 22},
 }
 LINE = re.compile(r"(?:step |Epoch )(\d+).* \| [lL]oss:? (\d+\.\d{4})$", re.M)
+EPOCH_LINE = re.compile(r"\] (?:\S+ \| )?Epoch (\d+) \| Batchsize: (\d+) \| Steps: (\d+) \| Loss: (\d+\.\d{4})")
 TEST_LINE = re.compile(r"^epoch (\d+)/\d+ \|.* held-out (\d+\.\d{4}) \| accuracy (\d\.\d{4}) \((\d+)/(\d+)\)", re.M)
 
 
 def train(script, optimizer="sgd", model=Net, data=None, **changes):
     """The whole weights that it trains, and for each epoch loss and accuracy of the test. All ranks must call it.
 
-    `changes` are of its options. Those that it lacks are ignored.
+    `changes` are of its options. Those of other scripts are ignored.
     """
+    assert changes.keys() <= set().union(*OPTIONS.values()), "an option of none"
     dist.init_process_group()
     Net.drawn.clear()
     args = argparse.Namespace(**{**OPTIONS[script], "lr": LR[optimizer], **changes})
@@ -343,3 +345,9 @@ def assert_equal_states(actual, expected, tolerance=1e-9):
     for name in expected:
         assert type(actual[name]) is torch.Tensor and actual[name].dtype == expected[name].dtype
         assert (actual[name] - expected[name]).abs().max() <= tolerance, name
+
+
+def assert_same_models(one, other, tolerance=0):
+    """In two snapshots."""
+    states = [torch.load(path, weights_only=True)["model"] for path in (one, other)]
+    assert_equal_states(*states, tolerance)

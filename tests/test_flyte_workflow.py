@@ -123,6 +123,7 @@ def test_hyperparameters_have_types_and_defaults(name, flyte_workflow):
     if name.endswith("_task"):
         assert task.resources.requests.gpu == str(flyte_workflow.GPUS) and task.metadata.retries == 2
         assert task.metadata.cache_version == flyte_workflow.VERSION
+        assert task.shared_memory and task.resources.limits.gpu == task.resources.requests.gpu
 
 
 @pytest.mark.guard

@@ -32,6 +32,15 @@ def test_models(name, count):
     assert outputs.shape == (3, 10)
 
 
+def test_shallow_net_has_two_dropouts_and_gives_log_probabilities():
+    net, images = mnist.ShallowNet(), torch.randn(2, 1, 28, 28)
+    for dropout in (net.dropout1, net.dropout2):
+        net.eval()
+        dropout.train()
+        assert not torch.equal(net(images), net(images))
+    assert torch.allclose(net(images).exp().sum(dim=1), torch.ones(2))
+
+
 # ---- data ---------------------------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,9 @@
 """mnist_DDP.py and tracking.py: what is sent, compiled, saved and tracked. More is in tests/test_equal_images.py."""
 
 import argparse
+import contextlib
 import errno
+import io
 import itertools
 import json
 import multiprocessing
@@ -199,12 +201,6 @@ def check_tensorboard(folder, seen, rates, results):
     assert [event.value for event in events.Scalars("accuracy")] == pytest.approx([right for _, right in results])
 
 
-def test_tensorboard_alone(tmp_path):
-    folder = tmp_path / "runs"
-    _, results = train(epochs=1, global_batch_size=128, tensorboard=str(folder), output=f"{tmp_path}/model.pt")
-    check_tensorboard(folder, [128, 256], [0.02, 0.01], results)
-
-
 @on_processes(*guards(2))
 def test_tracking_changes_no_bit_and_the_seed_does():
     options = {"global_batch_size": 128, "lr": 0.05}
@@ -212,7 +208,8 @@ def test_tracking_changes_no_bit_and_the_seed_does():
     other, _ = train(**options, seed=4)
     assert not torch.equal(other["first.weight"], expected["first.weight"])
     os.environ.update(wandb_offline(Path.cwd()))
-    state, results = train(**options, wandb=True, tensorboard="runs", data=halves(303, 101, images.Plain))
+    with contextlib.redirect_stdout(io.StringIO()) as stdout:
+        state, results = train(**options, wandb=True, tensorboard="runs", data=halves(303, 101, images.Plain))
     images.assert_equal_states(state, expected, 0)
     if dist.is_primary():
         check_tensorboard(Path("runs"), [128, 256, 384, 512], [0.05 * images.rate_of(i / 4) for i in range(4)], results)
@@ -221,6 +218,8 @@ def test_tracking_changes_no_bit_and_the_seed_does():
         assert metrics == {"*": "samples"}, "the x-axis"
         assert config["epochs"] == 2 and config["lr"] == 0.05
         assert [row["samples"] for row in rows if "loss" in row] == [128, 256, 384, 512]
+        losses = [float(loss) for _, loss in LINE.findall(stdout.getvalue())]
+        assert [row["loss"] for row in rows if "loss" in row] == pytest.approx(losses, abs=6e-5)
         tested = [(row["samples"], row["test_loss"], row["accuracy"]) for row in rows if "accuracy" in row]
         assert tested == [(256, *results[0]), (512, *results[1])]
 

@@ -3,13 +3,15 @@
 import random
 import re
 import time
+from unittest import mock
 
 import images
 import psutil
 import pytest
 import torch
 from conftest import exit_message, finish, run_under_launcher, start, wait_for, without_name_server
-from ladder import EPOCH_LINE, assert_same_models
+from images import EPOCH_LINE, assert_same_models
+from torch.utils.data import DataLoader
 
 import distributed as dist
 
@@ -29,7 +31,9 @@ def test_two_processes_learn_and_one_goes_on(tmp_path, capfd, job_of):
     losses = [float(loss) for *_, loss in epochs]
     assert losses[-1] < losses[0] / 2
 
-    stdout = job_of(SCRIPT, 7, 5, "--snapshot-path", path)
+    with mock.patch("torch.utils.data.DataLoader", wraps=DataLoader) as loader:
+        stdout = job_of(SCRIPT, 7, 5, "--snapshot-path", path)
+    assert loader.call_args.kwargs["sampler"].shuffle
     assert f"Resuming from {path} at Epoch 5" in stdout
     assert [epoch for epoch, *_ in EPOCH_LINE.findall(stdout)] == ["5", "6"]
     assert float(EPOCH_LINE.findall(stdout)[-1][-1]) < losses[-1]

@@ -2,18 +2,19 @@
 
 import os
 import re
+from unittest import mock
 
 import images
 import pytest
 import torch
 from conftest import exit_message, float64
-from ladder import EPOCH_LINE, assert_close
+from images import EPOCH_LINE
 from torch.utils.data import DataLoader
 
 import single_gpu
 
 
-def test_it_learns_and_saves_every_few_epochs_and_at_the_last(job_of, tmp_path, monkeypatch):
+def test_it_learns_and_saves_every_few_epochs_and_at_the_last(job_of, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     stdout = job_of("single_gpu.py", 7, 3, "--batch_size", 96)
     lines = EPOCH_LINE.findall(stdout)
@@ -22,6 +23,13 @@ def test_it_learns_and_saves_every_few_epochs_and_at_the_last(job_of, tmp_path, 
     assert re.findall(r"Epoch (\d+) \| Checkpoint saved at checkpoint.pt", stdout) == ["2", "5", "6"]
     assert os.listdir() == ["checkpoint.pt"]
     assert torch.load("checkpoint.pt", weights_only=True)["epoch"] == 7
+
+    torch.manual_seed(0)
+    loader = DataLoader(single_gpu.ToyDataset(), 96, shuffle=True)
+    model = torch.nn.Linear(20, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=5e-3, fused=True)
+    single_gpu.Trainer(model, loader, optimizer, torch.device("cpu"), 3).train(7)
+    assert capfd.readouterr().out == stdout, "shuffled, and the same in each run"
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
@@ -42,7 +50,7 @@ def test_it_computes_what_a_plain_loop_computes(optimizer, tmp_path, monkeypatch
             model.load_state_dict(checkpoint["model"])
             trainer.optimizer.load_state_dict(checkpoint["optimizer"])
         trainer.train(2)
-    assert_close("checkpoint.pt", expected)
+    images.assert_equal_states(torch.load("checkpoint.pt", weights_only=True)["model"], expected, 1e-12)
     lines = [(steps, float(loss)) for _, _, steps, loss in EPOCH_LINE.findall(capsys.readouterr().out)]
     means = [sum(loss * n for loss, n in losses[i : i + 13]) / sizes[0] for i in range(0, 52, 13)]
     assert lines == [("13", pytest.approx(mean, abs=5.1e-5)) for mean in means]
@@ -57,5 +65,7 @@ def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_else(tmp_path, monk
     (tmp_path / "checkpoint.pt.tmp").symlink_to("/dev/full")
     message = exit_message(trainer.save_checkpoint, 1)
     assert re.fullmatch(r"cannot save .*/checkpoint\.pt: .*No space left on device.*", message)
+    with mock.patch("os.fsync", side_effect=OSError(28, "No space left on device")):
+        assert exit_message(trainer.save_checkpoint, 1) == message
     assert (tmp_path / "checkpoint.pt").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]

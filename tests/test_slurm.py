@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import ROOT, free_port, wait_until
-from ladder import assert_same_models
+from images import assert_same_models
 from test_multinode_torchrun import options
 
 import distributed as dist
