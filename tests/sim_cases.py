@@ -145,7 +145,7 @@ def memory_freed_without_record_stream():
     with side:
         x * 2
     del x
-    torch.empty(500, device=device())  # the first of two that get this memory
+    torch.empty(1000, device=device())  # the first of two that get this memory
     torch.zeros(1000, device=device())
 
 
