@@ -240,6 +240,8 @@ def train(rank, world_size):
         if CASE == "average_of_the_owner":
             for number, param in enumerate(model.parameters()):
                 torch_dist.broadcast(param.data, number % world_size)
+        if CASE == "weight_decay_times_n":
+            optimizer.param_groups[0]["weight_decay"] *= world_size
         if CASE == "evaluates":  # all ranks look at all of it, with gradients off and on, and cast it
             with torch.no_grad():
                 model(torch.ones(24, 8, dtype=torch.float32).to(x.device))
@@ -279,19 +281,6 @@ def descend(optimizer, loss):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-
-
-def two_models(rank, world_size):
-    """An encoder and a decoder, each wrapped, and one optimizer for each."""
-    torch.manual_seed(1)
-    encoder, decoder = wrap(nn.Linear(8, 6).to(TYPE)), wrap(nn.Linear(6, 3).to(TYPE))
-    optimizers = [torch.optim.SGD(model.parameters(), lr=10 * RATE) for model in (encoder, decoder)]
-    for x, y in batches(rank, world_size):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        F.cross_entropy(decoder(encoder(x)), y).backward()
-        for optimizer in optimizers:
-            optimizer.step()
 
 
 def gan(rank, world_size):
@@ -377,7 +366,7 @@ def children(rank, world_size):
     train(rank, world_size)
 
 
-LOOPS = {loop.__name__: loop for loop in (two_models, gan, redirected, some_ranks_use, sparse, not_in_float64)}
+LOOPS = {loop.__name__: loop for loop in (gan, redirected, some_ranks_use, sparse, not_in_float64)}
 LOOPS |= {"no_optimizer": no_optimizer, "children": children}
 LOOPS |= dict.fromkeys(("early_stop", "crash", "stand_still"), stopped)
 

@@ -16,7 +16,6 @@ import signal
 import sys
 import threading
 import warnings
-from multiprocessing.reduction import ForkingPickler
 
 import torch
 import torch.distributed as torch_dist
@@ -34,7 +33,7 @@ MISTAKES, RIGHT = {}, {}  # of one process: by name, the function, with what the
 RANKS_MISTAKES, RANKS_RIGHT = {}, {}
 
 
-def mistake(words, table=MISTAKES):
+def case(words, table=MISTAKES):
     def add(function):
         table[function.__name__] = (function, words)
         return function
@@ -42,7 +41,7 @@ def mistake(words, table=MISTAKES):
     return add
 
 
-right, right_on_ranks = mistake(None, RIGHT), mistake(None, RANKS_RIGHT)
+right, right_on_ranks = case(None, RIGHT), case(None, RANKS_RIGHT)
 
 
 def device():
@@ -96,12 +95,7 @@ for words, function in {
     "sim out of memory. Tried to allocate": lambda: torch.empty(2**40, device=device()),
     "RNG state is wrong size": lambda: torch.sim.set_rng_state(torch.get_rng_state()),
     "written-to tensor refer to a single memory": lambda: (lambda x: x[1:].copy_(x[:-1]))(ones(3)),
-    # What docs/sim.md says that it lacks.
     "has no tensors of Sparse": lambda: ones(3).to_sparse(),
-    "Could not run .* 'Quantizedsim'": lambda: torch.empty(3, dtype=torch.qint8, device=device()),
-    "Could not run 'aten::_thnn_fused_lstm_cell'": lambda: nn.LSTM(4, 4).to(device())(ones(3, 4)),
-    "no attribute 'memory_summary'": lambda: torch.sim.memory_summary(),
-    "_share_fd_: only available on CPU": lambda: ForkingPickler.dumps(ones(1)),
     # What a forked process may not do.
     "Cannot re-initialize sim in forked subprocess": lambda: list(DataLoader([ones(())], num_workers=1)),
     "ended: Cannot re-initialize sim in forked subprocess": lambda: in_child(ones(1).add_, 1),
@@ -109,7 +103,7 @@ for words, function in {
     MISTAKES[words] = (function, words)
 
 
-@mistake("SIGSEGV: sim: the host touches memory of sim:0")
+@case("SIGSEGV: sim: the host touches memory of sim:0")
 def a_pointer_of_the_device_on_the_host():
     address = ones(1).data_ptr()
     in_child(lambda: ctypes.string_at(address, 4))
@@ -118,14 +112,14 @@ def a_pointer_of_the_device_on_the_host():
 # ---- mistakes with streams and pinned memory ------------------------------------------------------------------------
 
 
-@mistake(r"race: aten::sum on stream \d+ of sim:0 reads a tensor that aten::mul on stream 0 of sim:0 writes")
+@case(r"race: aten::sum on stream \d+ of sim:0 reads a tensor that aten::mul on stream 0 of sim:0 writes")
 def a_side_stream_that_does_not_wait():
     x = ones(3) * 2
     with side_stream():
         x.sum()
 
 
-@mistake(r"race: aten::zero_ on stream 0 of sim:0 writes a tensor that aten::sum on stream \d+ of sim:0 reads")
+@case(r"race: aten::zero_ on stream 0 of sim:0 writes a tensor that aten::sum on stream \d+ of sim:0 reads")
 def a_tensor_overwritten_while_a_side_stream_reads_it():
     side, x = side_stream(), ones(3)
     side.wait_stream(main_stream())
@@ -134,7 +128,7 @@ def a_tensor_overwritten_while_a_side_stream_reads_it():
     x.zero_()
 
 
-@mistake("aten::neg on stream 0")
+@case("aten::neg on stream 0")
 def an_event_recorded_too_early():
     side, x = side_stream(), ones(3)
     event = main_stream().record_event()
@@ -144,17 +138,18 @@ def an_event_recorded_too_early():
         y.sum()
 
 
-@mistake(r"aten::mul on stream \d+ of sim:0 used before its memory was freed \(without record_stream\)")
+@case(r"aten::mul on stream \d+ of sim:0 used before its memory was freed \(without record_stream\)")
 def memory_freed_without_record_stream():
     side, x = side_stream(), ones(1000)
     side.wait_stream(main_stream())
     with side:
         x * 2
     del x
+    torch.empty(1000, device=device())  # the first of two that get this memory
     torch.zeros(1000, device=device())
 
 
-@mistake(r"copy_ on stream \d+ of sim:0")
+@case(r"copy_ on stream \d+ of sim:0")
 def a_prefetched_batch_used_too_early():
     side = side_stream()
     with side:
@@ -198,7 +193,25 @@ for name, (function, words) in {
     MISTAKES[f"too early: {name}"] = (function, words)
 
 
-@mistake(r"\n  aten::sum: .*sim_cases.py:\d+ in places_of_both\n  aten::mul: .*sim_cases.py:\d+ in twice")
+@case("SIGSEGV: sim race: the host touches")
+def an_event_recorded_before_the_copy():
+    x = ones(100)
+    event = main_stream().record_event()
+    y = x.to("cpu", non_blocking=True)
+    event.synchronize()
+    in_child(y.tolist)
+
+
+@case("aten::resize_ on stream 0|resize_ on stream 0 .* aten::fill_ on stream")
+def a_tensor_resized_while_a_side_stream_writes_it():
+    side, x = side_stream(), torch.zeros(10, device=device())
+    side.wait_stream(main_stream())
+    with side:
+        x.fill_(1)
+    x.resize_(20)
+
+
+@case(r"\n  aten::sum: .*sim_cases.py:\d+ in places_of_both\n  aten::mul: .*sim_cases.py:\d+ in twice")
 def places_of_both():
     x = twice(ones(3))
     with side_stream():
@@ -209,7 +222,7 @@ def twice(x):
     return x.mul_(2)
 
 
-@mistake("race: aten::mul on stream 0 .* aten::fill_ on stream")
+@case("race: aten::mul on stream 0 .* aten::fill_ on stream")
 def a_column_with_an_element_of_a_side_stream():
     side, x = side_stream(), torch.zeros(4, 4, device=device())
     side.wait_stream(main_stream())
@@ -243,9 +256,12 @@ for name, function in {
     "from the host": lambda x, n, mask: torch.ones(3).to(device()),
     "a mask": lambda x, n, mask: x[mask],
     "values written at a mask": lambda x, n, mask: x.__setitem__(mask, x[3:] + 1),
+    "masked_select": lambda x, n, mask: x.masked_select(mask),
+    "unique": lambda x, n, mask: x.unique(),
     "bincount": lambda x, n, mask: n.bincount(),
     "repeat_interleave": lambda x, n, mask: n.repeat_interleave(n),
     "equal": lambda x, n, mask: torch.equal(x, x),
+    "svd": lambda x, n, mask: torch.linalg.svd(x.view(2, 3)),
     "multinomial": lambda x, n, mask: torch.multinomial(x + 1, 2),
 }.items():
     MISTAKES[f"waits: {name}"] = (where_waits_are_errors(function), "called a synchronizing sim operation")
@@ -575,19 +591,19 @@ def used_before_wait(use, *works):
             work.wait()
 
 
-@mistake("race: aten::mul on stream 0 .* ALLREDUCE on stream", RANKS_MISTAKES)
+@case("race: aten::mul on stream 0 .* ALLREDUCE on stream", RANKS_MISTAKES)
 def a_result_read_before_wait():
     x = ones(3)
     used_before_wait(lambda: x * 2, torch_dist.all_reduce(x, async_op=True))
 
 
-@mistake("race: aten::zero_ on stream 0 .* _ALLGATHER_BASE on stream", RANKS_MISTAKES)
+@case("race: aten::zero_ on stream 0 .* _ALLGATHER_BASE on stream", RANKS_MISTAKES)
 def an_input_overwritten_before_wait():
     x, y = ones(3), ones(6)
     used_before_wait(x.zero_, torch_dist.all_gather_single(y, x, async_op=True))
 
 
-@mistake("RECV on stream", RANKS_MISTAKES)
+@case("RECV on stream", RANKS_MISTAKES)
 def a_received_tensor_read_before_wait():
     other = 1 - dist.get_rank()
     x, y = ones(3), ones(3)

@@ -136,6 +136,7 @@ def test_values_of_all_kinds_are_compared():
         check_differs("best of rank 1", layer, best=other if rank else equal)
     dist.check_in_sync(layer, names=("b", "a"), nothing=None, table={"a": [1, 2.5]}, loss=float("nan"))
     dist.check_in_sync(layer, model=1, optimizer="Adam")
+    check_differs("bias of rank 0", nn.Linear(2, 2), bias=0)  # a value does not replace the parameter of this name
     # What has no complete and equal text on all ranks is refused.
     for value in (layer, {"a", "b"}, np.arange(9), [object()], {"x": np.int64(1)}, torch.float32):
         with pytest.raises(dist.DistributedError, match=r"^critic has a <class '.*'>: "):

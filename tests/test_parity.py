@@ -88,6 +88,7 @@ MISTAKES = {
     "buckets_rebuilt_before": "the samples are the same, and the gradient of",
     "batch_norm": "BatchNorm (norm)",
     "learning_rate_times_n": "the optimizer's lr is 0.02 on rank 0, and 0.01 on one process",
+    "weight_decay_times_n": "the optimizer's weight_decay is 0.02 on rank 0, and 0.01 on one process",
     "optimizer_first": "the optimizer was built before the model was sharded",
     "drawn_after_wrapping": "on rank 1 than on one process",
     "loaded_on_one_rank": "are weights loaded before it is wrapped",
@@ -95,7 +96,7 @@ MISTAKES = {
     "some_ranks_use": "there is a parameter that only some ranks use",
     "no_process_group": "each of them trains alone: no process group is made",
 }
-RIGHT = ["two_models", "gan", "accumulated", "frozen", "recompute", "compiled", "clipped", "closure", "by_hand"]
+RIGHT = ["gan", "accumulated", "frozen", "recompute", "compiled", "clipped", "closure", "by_hand"]
 RIGHT += ["zero_redundancy", "sharded", "average_of_the_owner", "noise_for_the_batch", "wrapped_inside", "sparse"]
 RIGHT += ["redirected", "evaluates", "sync_batch_norm", "no_seed"]
 
@@ -164,7 +165,7 @@ RUNS = [  # options of parity.py, arguments of planted.py, exit status, what is 
     ("--seed 3", "no_seed torch", 0, "equal on 1 and 2"),
     ("", "no_optimizer torch", 2, "takes no step of an optimizer"),
     ("", "not_in_float64 torch", 2, r"on one process it fails.*planted.py:\d+\).*try --float32\n$"),
-    ("--timeout 0.1", "two_models torch", 2, "on one process it hangs: it has not ended after 0 s. Steps of"),
+    ("--timeout 0.1", "gan torch", 2, "on one process it hangs: it has not ended after 0 s. Steps of"),
     ("", "early_stop torch", 2, r"fails on rank 0: .*Without an error ends rank 1. Steps of each rank: 3 and 3"),
     # Scripts that start their own processes are told at once. If there are as many, each rank does the work of one.
     ("", "spawn torch", 2, "on one process it fails on rank 0: SystemExit|the script starts its own processes"),
@@ -198,7 +199,8 @@ def test_a_crash_on_several_processes_is_named_with_its_place_and_the_steps(judg
 
 
 @pytest.mark.slow
-def test_a_copy_of_the_file_alone_gives_the_verdict_on_a_module_without_its_reason(tmp_path):
+def test_a_copy_of_the_file_judges_a_module(tmp_path):
+    """The reason needs parity_why.py."""
     copy = shutil.copy(ROOT / "parity.py", tmp_path)
     status, printed, stderr = run(copy, "-m", "planted", "summed", "torch", cwd=PLANTED.parent)
     line = r"planted: on 2 processes in step 1 the gradient of [\w.]+ differs by [\d.e+-]+\n"
@@ -574,6 +576,13 @@ def test_a_gradient_that_was_not_finite_is_recorded_anew(tmp_path, monkeypatch):
 COMMANDS = re.findall(r"^\| `python parity\.py (.*?)` \|", (ROOT / "docs" / "parity.md").read_text(), re.M)
 # test_equal.py proves more of these scripts, and other commands show parity.py all that they use.
 PROVEN = {"min_FSDP.py", "min_FSDP_TP.py", "min_CP.py"}
+ROWS = re.findall(r"(\w+)\*?\.py", (ROOT / "docs" / "parity.md").read_text().partition("## The scripts of")[2])
+
+
+def test_the_table_has_every_script():
+    scripts = {path.stem for path in ROOT.glob("*.py") if "\nif __name__ == " in path.read_text()}
+    trains = {script for script in scripts - {"parity", "plan", "flyte_workflow"} if not script.startswith("rpc_")}
+    assert trains <= set(ROWS)
 
 
 @pytest.mark.slow

@@ -96,7 +96,6 @@ def test_what_is_gathered_is_that_of_the_docs():
 
 CP = value(cell("min_CP.py", 3)) - RING
 TP = value(cell("min_TP.py", 3)) + (N - 1) / N * B * LOGITS
-ROWS = {"shard": N, "number_bytes": 2}
 MESH = {"shard": 4, "tensor": 2}
 
 
@@ -114,12 +113,25 @@ MESH = {"shard": 4, "tensor": 2}
         ("min_FSDP_TP.py", {**MESH, "recompute": True}, "tensor", 1 / 2 * ((11 * 8 + 4) * NUMBERS + LOGITS)),
         # In a pipeline once per step.
         ("min_PP_FSDP_TP.py", {**MESH, "stages": 2, "micro_batches": 8}, "shard", 2 * 3 / 4 * 4 * P / (2 * 2)),
-        ("llm_FSDP.py", ROWS, "shard", (N - 1) / N * 8 * P),
-        ("llm_FSDP.py", {**ROWS, "micro_batches": 3}, "shard", 3 * (N - 1) / N * 8 * P),
+        ("llm_FSDP.py", {"shard": N, "number_bytes": 2, "micro_batches": 3}, "shard", 3 * (N - 1) / N * 8 * P),
     ],
 )
 def test_bytes_sent_are_those_of_the_docs(script, sizes, axis, expected):
     assert plan.sent_bytes(MODEL, mesh(script, **sizes))[axis] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "script, column, text",
+    [
+        ("min_FSDP.py", 2, "up to 20·block"),
+        ("min_FSDP.py", 3, "up to 1.5 ring"),
+        ("min_PP_FSDP_TP.py", 2, "up to 8·P/(stages · tensor) in a step"),
+        ("min_FSDP_TP.py", 3, "3·(shard-1)/shard · 4·P/tensor, "),
+        ("min_PP_FSDP_TP.py", 3, "2·(shard-1)/shard · 4·P/(stages · tensor), "),
+    ],
+)
+def test_the_docs_have_the_numbers_that_stand_above(script, column, text):
+    assert text in cell(script, column)
 
 
 @pytest.mark.parametrize("nf4", [False, True])
@@ -150,6 +162,7 @@ def test_the_activations_of_a_block_are_what_torch_keeps():
 @pytest.mark.parametrize(
     "sizes, inputs",
     [
+        ({"sequences": 3}, 3 * 16),
         ({"recompute": True}, 1),
         ({"context": 2}, 8),
         ({"tensor": 2}, 8 + 1),  # and half of two gathered inputs
@@ -160,6 +173,13 @@ def test_the_activations_of_a_block_are_what_torch_keeps():
 def test_activations_of_other_layouts(sizes, inputs):
     """Of a block, in numbers of its inputs."""
     assert of_a_block("activations", mesh("min_PP_FSDP_TP.py", **sizes)) == pytest.approx(inputs * NUMBERS)
+
+
+@pytest.mark.parametrize("sizes, times", [({"number_bytes": 2}, 1 / 2), ({"lora": 4}, 2 / 3), ({"stages": 3}, 3 / 8)])
+def test_computing_takes_longer_in_float32_without_lora_and_on_fewer_stages(sizes, times):
+    """Three stages have eight layers: the slowest one has three."""
+    one, other = (plan.seconds(MODEL, mesh(**each), H100)["compute"] for each in ({}, sizes))
+    assert other == pytest.approx(times * one)
 
 
 def test_the_bubble_is_that_of_the_docs():
@@ -274,7 +294,9 @@ def test_it_prints_the_memory_and_a_time_that_it_calls_rough(answer):
     assert first == "Rough projection of 8.03 billion parameters on 8 x h100, 8 sequences of 8,192 tokens per step"
     layout = plan.plan(LLAMA, H100, 8, 8, 8)[0][0]
     assert f"{layout.name}: roughly" in second
-    assert f"{sum(plan.memory(LLAMA, layout).values()) / 2**30:.1f} of 79.2 GiB" in second
+    held = plan.memory(LLAMA, layout)
+    assert f"{sum(held.values()) / 2**30:.1f} of 79.2 GiB" in second
+    assert all(f" {name} {size / 2**30:.1f}" in second for name, size in held.items() if size)
     assert last.startswith("Does not fit: ") and "DDP 8, recomputing (141 GiB)" in last
 
 
@@ -289,6 +311,10 @@ def test_it_prints_the_memory_and_a_time_that_it_calls_rough(answer):
 def test_what_fits_nowhere_exits_with_advice(options, answer):
     with pytest.raises(SystemExit, match=r"fits nowhere.*--gpus"):
         answer(*options)
+
+
+def test_a_step_has_about_8192_tokens_per_gpu(answer):
+    assert "64 sequences of 1,024 tokens" in answer("gpt2")
 
 
 def test_a_changed_shape_is_not_the_hubs_model(answer):

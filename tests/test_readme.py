@@ -218,6 +218,12 @@ def test_the_diff_makes_a_plain_script_distributed(optimizer, tmp_path, run_in):
     assert len(losses) == 5 and losses[-1] < losses[0] / 2
 
 
+def test_a_number_of_processes_that_does_not_divide_the_batch_is_refused_after_the_diff(tmp_path, run_in):
+    apply_diff(tmp_path)
+    with pytest.raises(Exception, match="64 % world_size"):
+        run_in("of_three", (tmp_path / "train.py").read_text(), "main", 3)
+
+
 @pytest.mark.parametrize("nprocs", [1, 2])
 def test_the_example_in_the_helper(nprocs, run_in):
     """It learns, and prints once."""
@@ -231,7 +237,8 @@ def test_the_example_in_the_helper(nprocs, run_in):
 def test_the_front_page_names_every_script_and_page_and_every_named_test_exists():
     for name in SCRIPTS.keys() - FOUNDATION:
         assert f"[`{name}`]({name})" in PAGES[README]
-        assert f"[`{name}`](../{name})" in PAGES[SCRIPTS_PAGE] or name == "parity.py"
+        for page in (SCRIPTS_PAGE, ROOT / "docs" / "costs.md"):
+            assert f"[`{name}`](../{name})" in PAGES[page] or name == "parity.py"
     for page in DOCS:
         assert f"](docs/{page.name})" in PAGES[README]
     named = [(page.parent / path, name) for page in PAGES for name, path in re.findall(TEST, PAGES[page])]

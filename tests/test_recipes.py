@@ -66,7 +66,7 @@ def recipe(heading, *numbers):
     def decorate(check):
         bound = functools.partial(float64()(check), *blocks_of(heading))
         functools.update_wrapper(bound, check)
-        del bound.__wrapped__  # whose signature has the blocks
+        del bound.__wrapped__  # else inspect.signature would show the blocks as parameters that pytest must give
         return pytest.mark.guard(pytest.mark.slow(on_processes(*(numbers or [2]))(bound)))
 
     return decorate

@@ -177,6 +177,7 @@ def cases_of_units():
     nested = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
     by_size = {"min_num_params": 20_000}
     linear = nn.Linear(200, 200)
+    halves = nn.Sequential(nn.Sequential(linear, nn.ReLU()), linear)
     return [
         (nested, {}, {"0", "2", "2.0", "2.1"}),
         (nn.Sequential(nn.Linear(8, 8), nn.Conv1d(8, 8, 1)), {"blocks": (nn.Conv1d,)}, {"1"}),
@@ -184,22 +185,24 @@ def cases_of_units():
         (mnist.SimpleCNN(), {"min_num_params": 18_497}, {"fc"}),
         (encoder(), {}, {"layers.0", "layers.1"}),
         (encoder(), {"min_num_params": 1_000}, parts),  # not out_proj, whose weights attention reads itself
+        (copy.deepcopy(small), {}, {"model.layers.0", "model.layers.1"}),
         (small, by_size, {*decoders, "model.embed_tokens", "lm_head", "model"}),
         (WithoutList(tied=False), {}, {"embedding", "body", "back", "head"}),
         (WithoutList(tied=True), {}, {"body", "back"}),  # embedding and head belong to the root
         (nn.Sequential(WithoutList(tied=True), nn.Linear(500, 60)), by_size, {"0", "0.body", "0.back", "1"}),
-        (
-            nn.Sequential(nn.Sequential(linear, nn.ReLU()), linear),
-            by_size,
-            set(),
-        ),  # not the first one, which has a linear
+        (halves, by_size, set()),  # not the first one, whose linear the second one has too
     ]
 
 
 def outputs_of(model):
-    """In training and in evaluation, where TransformerEncoder would read the weights of its layers without a call."""
+    """In training and in evaluation, where TransformerEncoder would read the weights of its layers without a call.
+
+    Only the models of this file, TransformerEncoder and SimpleCNN are called.
+    """
     generator = torch.Generator().manual_seed(0)
-    if isinstance(model, nn.TransformerEncoder):
+    if isinstance(model, mnist.SimpleCNN):
+        inputs = torch.rand(2, 1, 28, 28, generator=generator)
+    elif isinstance(model, nn.TransformerEncoder):
         inputs = torch.rand(2, 5, 64, generator=generator)
     elif any(isinstance(module, WithoutList) for module in model.modules()):
         inputs = torch.randint(500, (2, 5), generator=generator)
