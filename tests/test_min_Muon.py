@@ -7,7 +7,7 @@ import pytest
 import references
 import torch
 import transformer
-from conftest import Watch, exit_message, float64, guards, on_processes, slow
+from conftest import exit_message, float64, guards, on_processes, slow
 from torch.distributed.tensor import DTensor
 
 import distributed as dist
@@ -81,10 +81,6 @@ def test_a_step_takes_about_30_bytes_per_element_of_the_largest_matrix():
     min_Muon.train(model, (muon, adamw), transformer.small_data(args), args)
     largest = max(matrix.numel() for matrix in matrices_of(model))
     assert 24 * largest <= peak_of(muon.step) <= 45 * largest
-    with Watch() as watch:
-        muon.step()
-    n, total = dist.get_world_size(), sum(matrix.numel() for matrix in matrices_of(model))
-    assert watch.sent["all to all"] == pytest.approx(8 * (n - 1) / n**2 * total, rel=0.15), "no rank is idle"
 
 
 # ---- what it takes --------------------------------------------------------------------------------------------------
