@@ -176,9 +176,10 @@ def run_main_worker(script, args, optimizer, train=None):
 
     left = []  # does a block still have gradients of the step before, which take memory in this step's forward?
     one_forward = "micro_batches" not in args and vars(args).get("accumulate", 1) == 1
+    clears = one_forward and script.__name__ != "min_FSDP_scratch"  # whose parameters have no memory between steps
 
     def note_gradients(module, inputs):
-        if isinstance(module, gpt.Block) and torch.is_grad_enabled() and one_forward:
+        if isinstance(module, gpt.Block) and torch.is_grad_enabled() and clears:
             left.extend(local(param.grad).any() for param in module.parameters() if param.grad is not None)
 
     with (
