@@ -21,6 +21,7 @@ import torch
 import transformer
 from conftest import ROOT, SLOW_GUARD, Watch, finish, on_processes, run, start
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 import distributed as dist
 import gpt
@@ -324,7 +325,10 @@ def train(script, optimizer, options):
     own, params = parts_of(script, result.model)
     if args.tie and "head.weight" in own:  # another process may have the embedding
         assert torch.equal(own.setdefault("token.weight", own["head.weight"]), own.pop("head.weight"))
-    assert result.data.share[1] == n_shares(script, args), "equality would not show that all train on the whole batch"
+    for param in params:
+        if isinstance(param, DTensor) and "replicate" in (param.device_mesh.mesh_dim_names or ()):
+            assert args.replicate > 1, "gradients of one replica are reduced over a group of one"
+    assert result.data.share[1] == n_shares(script, args), "its share of the batch"
     moments = [value for state in states(result.optimizer) for value in state.values() if value is not None]
     return {
         "losses": result.losses,

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -44,7 +45,9 @@ def test_a_process_reads_its_share():
     shares = [transformer.small_data(args, (i, 4)) for i in range(4)]
     batches = [data.held_out_batches() for data in shares]
     assert len(batches[0]) == 8
-    pairs = [(whole.batch(3), [data.batch(3) for data in shares])]
+    with mock.patch.object(gpt, "to_device", wraps=gpt.to_device) as to_device:
+        pairs = [(whole.batch(3), [data.batch(3) for data in shares])]
+    assert [len(call.args[0]) for call in to_device.call_args_list] == [12, 3, 3, 3, 3], "rows that go to the device"
     pairs += zip(whole.held_out_batches(), zip(*batches, strict=True), strict=True)
     for expected, parts in pairs:
         for tensor, pieces in zip(expected, zip(*parts, strict=True), strict=True):

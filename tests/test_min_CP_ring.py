@@ -5,12 +5,12 @@ test_equal.py has what all scripts that train the GPT promise.
 
 import functools
 import random
+from unittest import mock
 
 import pytest
-import references
 import torch
 import transformer
-from conftest import guards, on_processes, slow
+from conftest import Watch, guards, on_processes, slow
 from torch.nn import functional as F
 
 import distributed as dist
@@ -101,6 +101,7 @@ ATTENTION = {
     "documents of one position": lambda n: owners_of([4 * n * [1], [1, 4 * n - 1], [4 * n - 1, 1]]),
     "rows of min_Packing.py": lambda n: packed_rows(8 * n),
     "rows that are alike": lambda n: owners_of(2 * [[3, 6 * n - 3]] + 3 * [[6 * n]]),
+    "a piece each": lambda n: owners_of(2 * [2 * n * [4]]),  # nothing is sent
     "one document": one_document,
 }
 
@@ -108,8 +109,12 @@ ATTENTION = {
 @on_processes(2, *guards(3), *slow(1, 4))
 @pytest.mark.parametrize("case", ATTENTION)
 def test_each_document_is_attended_to_alone(case):
-    errors, _ = attention_errors(ATTENTION[case](dist.get_world_size()))
+    owners = ATTENTION[case](dist.get_world_size())
+    with Watch() as watch:
+        errors, _ = attention_errors(owners)
     assert max(errors) <= 1e-12
+    hops = min_CP_packed.make_plan(owners)[1:]  # keys travel twice, and gradients the other way
+    assert watch.counts["c10d.send"] == sum(2 * hop.sends + hop.receives for hop in hops)
 
 
 @on_processes(2, *guards(3), *slow(1, 4))
@@ -151,6 +156,17 @@ def test_the_next_keys_travel_while_these_are_used():
     else:
         dist.barrier()
         assert next(ring).tolist() == [0, 0]
+
+
+@on_processes(2)
+def test_hops_have_a_group_of_their_own():
+    """Or each waits behind the gradients that DDP reduces."""
+    args = transformer.arguments()
+    model = min_CP_ring.parallelize(transformer.make_model(args), args.length)
+    with mock.patch.object(min_CP_ring.RingAttention, "apply", side_effect=lambda q, *rest: q) as apply:
+        min_CP_ring.local_loss(model, *transformer.small_data(args, (0, 1)).batch(0))
+    *_, group = apply.call_args.args
+    assert group not in (None, torch.distributed.group.WORLD)
 
 
 def rows_to_count(n):
@@ -202,7 +218,6 @@ def test_all_pairs_in_documents_are_computed_and_only_needed_keys_are_sent(n, mo
 def test_a_blank_line_ends_a_document():
     row = torch.tensor(list(b"a\n\nbc\n\n\n\nd\n"))
     assert min_CP_packed.number_documents(row[None]).tolist() == [[0, 0, 0, 3, 3, 3, 3, 7, 8, 9, 9]]
-    assert references.paragraphs(row) == [(0, 3), (3, 7), (7, 8), (8, 9), (9, 11)]
 
 
 @pytest.mark.gpu

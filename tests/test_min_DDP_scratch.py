@@ -4,6 +4,7 @@ test_equal.py has what all scripts that train the GPT promise.
 """
 
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -62,6 +63,17 @@ def test_tied_and_frozen_parameters_and_a_scalar_equal_one_process(optimizer, ac
         assert (param - expected).abs().max() <= 1e-10
 
 
+# ---- what is sent ---------------------------------------------------------------------------------------------------
+
+
+@on_processes(*guards(4))
+def test_a_ring_sends_less_than_twice_the_vector():
+    hops = mock.patch.object(min_DDP_scratch, "send_and_receive", wraps=min_DDP_scratch.send_and_receive)
+    with hops as hop:
+        min_DDP_scratch.ring_all_reduce(torch.ones(400))
+    assert [len(call.args[0]) for call in hop.call_args_list] == 6 * [100]
+
+
 # ---- during backward ------------------------------------------------------------------------------------------------
 
 
@@ -102,6 +114,13 @@ def test_a_second_backward_before_wait_is_an_error():
         with pytest.raises(dist.DistributedError, match=SECOND):
             transformer.plain_loss(model, x, y).backward()
     reducer.wait()
+
+
+@on_processes(2)
+def test_micro_batches_of_unequal_length_are_an_error():
+    model, reducer, x, y = first_step()
+    with pytest.raises(RuntimeError, match="unflatten"):
+        min_DDP_scratch.backward(model, reducer, x, y, 3)
 
 
 @on_processes(2)

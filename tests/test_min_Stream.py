@@ -8,6 +8,7 @@ import os
 import random
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -275,8 +276,10 @@ def test_what_the_order_depends_on_must_not_change(tmp_path):
 
 def test_resumes_with_another_batch_size(tmp_path, capsys):
     folder = write_shards(tmp_path / "many")
-    for sizes in ({"steps": 2}, {"steps": 7, "global_batch_size": 5}, {"steps": 7, "global_batch_size": 5}):
-        min_Stream.main_worker(0, 1, arguments(folder, snapshot_path=str(tmp_path / "snapshot.pt"), **sizes))
+    with mock.patch.object(min_Stream, "make_loader", wraps=min_Stream.make_loader) as loader:
+        for sizes in ({"steps": 2}, {"steps": 7, "global_batch_size": 5}, {"steps": 7, "global_batch_size": 5}):
+            min_Stream.main_worker(0, 1, arguments(folder, snapshot_path=str(tmp_path / "snapshot.pt"), **sizes))
+    assert [call.args[1] for call in loader.call_args_list] == [0, 2 * BATCH, 2 * BATCH + 15], "it begins to read there"
     positions = re.findall(r"^Resuming at document (\d+)$", capsys.readouterr().out, re.M)
     assert positions == [str(2 * BATCH), str(2 * BATCH + 15)], "the last batch begins before 7 * 5"
 

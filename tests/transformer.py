@@ -174,13 +174,23 @@ def run_main_worker(script, args, optimizer, train=None):
     def make(params, lr, fused):
         return make_optimizer(optimizer, params, lr)
 
+    left = []  # does a block still have gradients of the step before, which take memory in this step's forward?
+    one_forward = "micro_batches" not in args and vars(args).get("accumulate", 1) == 1
+    clears = one_forward and script.__name__ != "min_FSDP_scratch"  # whose parameters have no memory between steps
+
+    def note_gradients(module, inputs):
+        if isinstance(module, gpt.Block) and torch.is_grad_enabled() and clears:
+            left.extend(local(param.grad).any() for param in module.parameters() if param.grad is not None)
+
     with (
         on_small_text(),
+        torch.nn.modules.module.register_module_forward_pre_hook(note_gradients),
         mock.patch.object(script, "train", recorded_train),
         mock.patch("torch.optim.AdamW", make) if optimizer == "SGD" else contextlib.nullcontext(),
         contextlib.redirect_stdout(io.StringIO()) as stdout,
     ):
         script.main_worker(dist.get_local_rank(), dist.get_world_size(), args)
+    assert not any(left), "zero_grad must come before the forward"
     result.stdout = stdout.getvalue()
     if script.__name__ not in SAME_DROPOUT:
         assert torch.initial_seed() == args.seed + dist.get_rank(), "or dropout in a copy is the same on all ranks"
