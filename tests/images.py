@@ -212,7 +212,7 @@ OPTIONS = {
     "multinode_torchrun": {**DEFAULTS, "snapshot_path": "snapshot.pt", "global_batch_size": 22},
 }
 LINE = re.compile(r"(?:step |Epoch )(\d+).* \| [lL]oss:? (\d+\.\d{4})$", re.M)
-EPOCH_LINE = re.compile(r"\] (?:\S+ \| )?Epoch (\d+) \| Batchsize: (\d+) \| Steps: (\d+) \| Loss: (\d+\.\d{4})")
+EPOCH_LINE = re.compile(r"CPU(?:\]| \|) Epoch (\d+) \| Batchsize: (\d+) \| Steps: (\d+) \| Loss: (\d+\.\d{4})")
 TEST_LINE = re.compile(r"^epoch (\d+)/\d+ \|.* held-out (\d+\.\d{4}) \| accuracy (\d\.\d{4}) \((\d+)/(\d+)\)", re.M)
 
 

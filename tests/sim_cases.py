@@ -10,6 +10,7 @@
 import contextlib
 import ctypes
 import datetime
+import gc
 import json
 import os
 import signal
@@ -269,6 +270,7 @@ for name, function in {
 
 def in_child(function, *args):
     """Run it in a forked process. Raises what happened there."""
+    gc.collect()  # or the child would end the loader processes of a case before
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:

@@ -125,7 +125,8 @@ def test_it_equals_one_process_and_sends_the_rows_of_the_batch(trainers, servers
 
     for server, (table, *_) in enumerate(of_ranks[:servers]):
         assert (table - expected_table[server::servers]).abs().max() <= 1e-9
-    for _, dense, ratios in of_ranks[servers:]:
+    for table, dense, ratios in of_ranks[servers:]:
+        assert table is None, "trainers hold no rows"
         for actual, expected in zip(dense, parameters, strict=True):
             assert (actual - expected).abs().max() <= 1e-9
         assert len(ratios) == 2 * STEPS, "of look_up and of push: ids, and as many rows"
