@@ -448,19 +448,25 @@ def jobs(request, tmp_path_factory):
 
 def run_checks(local_rank, world_size, module, checks, folder):
     before = os.getcwd()
-    for number, (name, values) in enumerate(checks):
-        distributed.init_process_group(timeout=datetime.timedelta(seconds=60), even_alone=True)
-        torch.manual_seed(0)
-        own = Path(folder, str(number))
-        own.mkdir(exist_ok=True)
-        os.chdir(own)
-        values = {key: value for key, value in values.items() if key != "n_processes"}
-        try:
-            getattr(importlib.import_module(module), name).check(**values)
-        except (Exception, pytest.fail.Exception) as error:
-            raise RuntimeError(f"{name} {values or ''} on rank {local_rank}") from error
-        (own / f"ended on rank {local_rank}").touch()
-    os.chdir(before)
+    try:
+        for number, (name, values) in enumerate(checks):
+            own = Path(folder, str(number))
+            own.mkdir(exist_ok=True)
+            os.chdir(own)
+            run_check(getattr(importlib.import_module(module), name).check, values, f"{name} on rank {local_rank}")
+            (own / f"ended on rank {local_rank}").touch()
+    finally:
+        os.chdir(before)  # one process is the one of pytest
+
+
+def run_check(check, values, about):
+    distributed.init_process_group(timeout=datetime.timedelta(seconds=60), even_alone=True)
+    torch.manual_seed(0)
+    values = {key: value for key, value in values.items() if key != "n_processes"}
+    try:
+        check(**values)
+    except (Exception, pytest.fail.Exception) as error:
+        raise RuntimeError(f"{about}: {values}") from error
 
 
 class Watch(TorchDispatchMode):

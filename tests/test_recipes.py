@@ -726,23 +726,19 @@ def split(model, how):
 
 
 @recipe("How do I load weights that somebody else has saved?")
-def test_weights_of_somebody_else_under_ddp(block, _):
+@pytest.mark.parametrize("how", ["DDP", "FSDP2", "TP"])
+def test_weights_of_somebody_else(plain, sharded, how):
+    """A wrapped model has saved those that a plain one loads."""
     weights = make(two_layers).state_dict()
+    prefix = "module." if how == "DDP" else ""
     if dist.is_primary():
-        torch.save({f"module.{name}": value for name, value in weights.items()}, "weights.pt")
+        torch.save({f"{prefix}{name}": value for name, value in weights.items()}, "weights.pt")
     model = make(two_layers, seed=2 + dist.get_rank())
-    execute(block, model=model)
-    check_equal(full_parameters(model), weights, tolerance=0)
-
-
-@recipe("How do I load weights that somebody else has saved?")
-@pytest.mark.parametrize("how", ["FSDP2", "TP"])
-def test_weights_of_somebody_else(_, block, how):
-    weights = make(two_layers).state_dict()
-    if dist.is_primary():
-        torch.save(weights, "weights.pt")
-    model = split(make(two_layers, seed=2 + dist.get_rank()), how)
-    execute(block, sharded_model=model)
+    if how == "DDP":
+        execute(plain, model=model)
+    else:
+        model = split(model, how)
+        execute(sharded, sharded_model=model)
     check_equal(full_parameters(model), weights, tolerance=0)
 
 
