@@ -144,7 +144,7 @@ def test_the_barrier_waits_for_every_rank():
     come = [f"rank {rank} has come" for rank in range(dist.get_world_size())]
     if dist.is_primary():
         store.wait(come[1:])  # so it is the last
-    store.set(come[dist.get_rank()], "")
+    store.add(come[dist.get_rank()], 1)  # returns when the store has it; set does not wait for that
     dist.barrier()
     assert store.check(come)
 
