@@ -993,6 +993,7 @@ def test_a_run_and_its_resumed_end_are_one_run_of_the_tracker(folder, monkeypatc
     assert {*events.Tags()["scalars"]} == {"loss", "lr", "norm", "tokens_per_second", "held_out"}
     printed = re.findall(r"^step (\d)/4 \| loss (\S+)", first.stdout.getvalue() + second.stdout.getvalue(), re.M)
     assert [(str(event.step // BATCH), f"{event.value:.4f}") for event in events.Scalars("loss")] == printed
+    assert [event.step // BATCH for event in events.Scalars("held_out")] == [0, 2, 4], "the start, the resume, the end"
 
 
 def test_defaults_that_depend_on_other_options(folder):
