@@ -66,8 +66,6 @@ def sum_over_rows(model, x, y, bf16=False):
 
 def sum_over_ranks(vector):
     """The sum of `vector`, (elements,), over all ranks, on every rank."""
-    if dist.get_world_size() == 1:
-        return vector
     padded = F.pad(vector, (0, -len(vector) % dist.get_world_size()))
     part = padded.new_empty(len(padded) // dist.get_world_size())
     reduce_scatter_by_halves(part, padded)

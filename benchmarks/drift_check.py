@@ -26,7 +26,7 @@ def main_worker(local_rank, world_size, args, report):
     experiment = mnist_DDP.parse_args([])
     train_set, _ = mnist_DDP.load_datasets(experiment)
     steps = len(train_set) // experiment.global_batch_size
-    net = mnist_DDP.make_model().to(device)
+    net = mnist_DDP.make_model(train_set, experiment).to(device)
     model = dist.prepare_ddp_model(net, gradient_as_bucket_view=True)
     optimizer, _ = mnist_DDP.make_optimizer(net, experiment.lr, steps)
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]

@@ -166,10 +166,8 @@ def main():
         print(f"{name:22} {statistics.median(speeds):6.1f} batches/s ({min(speeds):.1f} to {max(speeds):.1f})")
     ratios = {}
     for one, other, promise in RATIOS:
-        values = [a / b for a, b in zip(results[one], results[other], strict=True)]
-        ratios[f"{one} / {other}"] = {**common.summary(values), "promise": promise}
-        spread = f"({min(values):.2f} to {max(values):.2f}), {promise}"
-        print(f"{one} / {other} = {statistics.median(values):.2f} {spread}")
+        ratios[f"{one} / {other}"] = common.ratio(results[one], results[other], promise)
+    common.show(ratios)
     speeds = {name: common.summary(values) for name, values in results.items()}
     common.write("param_server", {"unit": "batches/s", "results": speeds, "ratios": ratios})
 

@@ -54,7 +54,7 @@ class Clock:
 def make_args(nproc, steps, **changes):
     shape = {"layers": LAYERS, "width": 128, "heads": 4, "length": LENGTH, "global_batch_size": BATCH}
     split = {"replicate": 1, "shard": nproc, "tensor": 1, "checkpoint_dir": None, "recompute": False}
-    split |= {"attention": "ulysses", "schedule": "1F1B", "micro_batches": 8, "log_every": steps}
+    split |= {"attention": "ulysses", "schedule": "1F1B", "micro_batches": 8, "tie": False, "log_every": steps}
     training = {"steps": steps, "lr": 0.001, "clip": None, "seed": 0, "nproc": nproc, "bf16": False}
     return argparse.Namespace(**{**shape, **split, **training, **changes})
 

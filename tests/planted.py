@@ -244,7 +244,7 @@ def train(rank, world_size):
             optimizer.param_groups[0]["weight_decay"] *= world_size
         if CASE == "evaluates":  # all ranks look at all of it, with gradients off and on, and cast it
             with torch.no_grad():
-                model(torch.ones(24, 8, dtype=torch.float32).to(x.device))
+                model(torch.ones(24, 8, dtype=TYPE or torch.float32).to(x.device))
             F.binary_cross_entropy(model(torch.ones(24, 8).to(TYPE)).sigmoid().to(torch.float32), torch.ones(24, 3))
 
 

@@ -327,6 +327,7 @@ def test_resumes_inside_an_epoch_on_any_number_of_processes(name, folder):
 @pytest.mark.timeout(1560)
 def test_without_a_model_and_a_network_it_learns_and_answers(tmp_path):
     env = {"HF_HOME": str(tmp_path / "empty"), "HF_HUB_OFFLINE": "1"}
+    env["WATCH_SECONDS"] = "600"  # on a slow machine the tokenizer takes more than the 30 s after which it would tell
     status, stdout, stderr = run(SCRIPT, "--nproc", "2", "--output", tmp_path / "out", env=env, timeout=1500)
     assert (status, stderr) == (0, "")
     held_out = [float(loss) for loss in re.findall(r"held-out (.*)", stdout)]
@@ -433,7 +434,7 @@ def test_the_cpus_hold_one_model_and_not_one_per_process(folder):
         loading, saving = zip(*dist.launch(measure_memory, nprocs=world_size), strict=True)
         print(world_size, [[round(n / 1e6) for n in part] for part in (loading, saving)], flush=True)
         assert 0.8 * n_bytes < sum(loading) < 1.1 * n_bytes + 3 * world_size * largest
-        assert 0.8 * n_bytes * (world_size > 1) < sum(saving) < 1.2 * n_bytes + 3 * world_size * largest
+        assert 0.8 * n_bytes * (world_size > 1) <= sum(saving) < 1.2 * n_bytes + 3 * world_size * largest
         for rank in range(1, world_size):
             assert loading[rank] < n_bytes / world_size + 4 * largest and saving[rank] < 4 * largest
         shutil.rmtree(f"out-{world_size}")
@@ -993,6 +994,7 @@ def test_a_run_and_its_resumed_end_are_one_run_of_the_tracker(folder, monkeypatc
     assert {*events.Tags()["scalars"]} == {"loss", "lr", "norm", "tokens_per_second", "held_out"}
     printed = re.findall(r"^step (\d)/4 \| loss (\S+)", first.stdout.getvalue() + second.stdout.getvalue(), re.M)
     assert [(str(event.step // BATCH), f"{event.value:.4f}") for event in events.Scalars("loss")] == printed
+    assert [event.step // BATCH for event in events.Scalars("held_out")] == [0, 2, 4], "the start, the resume, the end"
 
 
 def test_defaults_that_depend_on_other_options(folder):

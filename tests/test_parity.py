@@ -473,6 +473,17 @@ def test_padding_at_the_ends_of_rows_changes_nothing(padding):
     assert not parity_why.is_same(padded(rows), together)
 
 
+def test_the_rows_of_a_step_are_those_of_its_micro_batches():
+    model, x, clues = torch.nn.Linear(2, 1), torch.randn(6, 2), {}
+    for _ in range(2):  # steps
+        model.zero_grad()
+        for micro_batch in x.split([4, 2]):
+            parity_why.note(clues, "", model, [micro_batch], {})
+            model(micro_batch).sum().backward()
+        rows, width = clues["inputs"]["input"]
+        assert torch.equal(rows, parity_why.rows_of(x)[0]) and width == 2
+
+
 # ---- options and output ---------------------------------------------------------------------------------------------
 
 

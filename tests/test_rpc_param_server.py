@@ -226,6 +226,8 @@ def test_sync_waits_for_the_trainers_at_work_only(capsys):
     server.lose(3)
     assert late.done() and server.updates == 2
     assert capsys.readouterr().out == "trainer 2 is lost\ntrainer 3 is lost\n"
+    server.lose(1)
+    assert server.copies.get_nowait() is None, "every trainer is lost, and no epoch has ended"
 
 
 # ---- loss of a process ----------------------------------------------------------------------------------------------
