@@ -21,13 +21,19 @@ SIZES = {"layers": 1, "width": 36, "heads": 3, "length": 33, "global_batch_size"
 COUNTS = (1, 2, 4, 8)  # of 24 rows, 8 processes have 3
 
 
-def checksum(nprocs, steps, *more):
-    """What the command prints at its end."""
+def command(nprocs, steps, *more):
     words = [str(word) for name, value in SIZES.items() for word in (f"--{name.replace('_', '-')}", value)]
-    command = ("min_Bitwise.py", "--nproc", nprocs, "--steps", steps, "--log-every", steps, *words, *more)
-    status, stdout, stderr = run(*command)
-    assert (status, stderr) == (0, "")
+    return ("min_Bitwise.py", "--nproc", nprocs, "--steps", steps, "--log-every", steps, *words, *more)
+
+
+def printed_at_the_end(stdout):
     return re.fullmatch(r"checksum of the weights: (\d+)", stdout.splitlines()[-1])[1]
+
+
+def checksum(nprocs, steps, *more):
+    status, stdout, stderr = run(*command(nprocs, steps, *more))
+    assert (status, stderr) == (0, "")
+    return printed_at_the_end(stdout)
 
 
 @functools.cache
@@ -36,8 +42,15 @@ def of_one_process(steps):
 
 
 @pytest.mark.parametrize("nprocs", COUNTS[1:])
-def test_the_weights_of_any_number_of_processes_have_one_checksum(nprocs):
-    assert checksum(nprocs, 6) == of_one_process(6) != of_one_process(5)
+def test_the_weights_of_any_number_of_processes_have_one_checksum(nprocs, job_of):
+    assert printed_at_the_end(job_of(*command(nprocs, 6))) == of_one_process(6)
+
+
+def test_the_checksum_sees_one_bit():
+    model = torch.nn.Linear(3, 2)
+    before = min_Bitwise.checksum(model)
+    model.bias.data.view(torch.int32)[-1] ^= 1
+    assert min_Bitwise.checksum(model) != before
 
 
 @pytest.mark.guard
