@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import re
 
 import gpu_job
@@ -121,11 +122,12 @@ def test_it_is_built_once():
 
 def test_what_it_lacks_is_a_line(tmp_path):
     """In a folder without g++, or with an older torch."""
-    metadata = tmp_path / "torch-2.11.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.11.0\n")
-    for variable, line in (
-        ("PATH", "not built: simulated GPUs need g++ (apt-get install g++)\n"),
-        ("PYTHONPATH", "not built: simulated GPUs need torch 2.14, and this is 2.11.0\n"),
+    for version, path, line in (
+        ("2.14.0", str(tmp_path), "not built: simulated GPUs need g++ (apt-get install g++)\n"),
+        ("2.11.0", os.environ["PATH"], "not built: simulated GPUs need torch 2.14, and this is 2.11.0\n"),
     ):
-        assert run("tools/sim/build.py", env={variable: str(tmp_path)}) == (1, "", line)
+        metadata = tmp_path / f"torch {version}" / "torch.dist-info"
+        metadata.mkdir(parents=True)
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+        environment = {"PATH": path, "PYTHONPATH": str(metadata.parent)}
+        assert run("tools/sim/build.py", env=environment) == (1, "", line)
