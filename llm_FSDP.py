@@ -475,6 +475,8 @@ def check_together(parser, args):
             parser.error(f"argument --{option.replace('_', '-')}: it needs --{other}")
     if args.lora and (args.from_scratch or not args.model):
         parser.error("argument --lora: adapters need a --model with weights")
+    if args.nf4 and torch.__version__ < "2.12":  # a TorchVersion, for which "2.9" is less
+        parser.error("argument --nf4: before torch 2.12, fully_shard takes no parameters of bytes")
     if has_rows(args.data) and (len(args.data) > 1 or not has_rows(args.eval_data) or args.pad or args.length):
         parser.error("argument --data: one file of rows needs --eval-data held-out.npy, and no --pad and no --length")
     if os.path.exists(args.output):

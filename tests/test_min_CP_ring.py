@@ -123,7 +123,8 @@ def test_large_logits_do_not_overflow():
     errors, _ = attention_errors(owners, scale=1000.0)
     assert max(errors) <= 1e-9
     for ours, others in zip(*attention_errors(owners, torch.float32, scale=1000.0), strict=True):
-        assert ours <= (1.5 if torch.__version__ >= "2.12" else 10) * others
+        # With torch 2.11 the gradients of v are off by up to 0.002.
+        assert ours <= 1.5 * others + (0 if torch.__version__ >= "2.12" else 0.01)
 
 
 def test_numbers_of_16_bits_are_refused():
